@@ -9,8 +9,8 @@ and the others in random order as long as there is time: all of them, in most mo
 - ``rows``, and how many of them are ``checked``
 - ``error``, that of the gradient; ``to_compare``, the errors of the results relative to those that
   `compare` finds (the median)
-- ``rank_8``, ``rank_16``: the rank correlation of measurements with the estimates by 8 and by 16
-  probes; ``factor_8``, ``factor_16``: the largest factor between the two among the ten largest
+- ``rank_4``, ``rank_8``: the rank correlation of measurements with the estimates by 4 and by 8
+  probes; ``factor_4``, ``factor_8``: the largest factor between the two among the ten largest
   measurements. Both of rows that have an estimate: the report measures the others.
 - ``unseen``: the share of the error from rows that the report neither estimates nor measures
 - ``shown``: the largest factor between the first ten rows of the report and their measurements
@@ -118,13 +118,12 @@ def held_against(
     measure = contributions.Measure(runner, *weights)
     scaled = (measure.weights / measure.sizes[:, None]).astype(np.float32)
     member = np.eye(1 + max(group_of))[group_of]
-    probes, found_by = len(runner.numbers) - 1, [runner.derived(scaled)[:, 1:] @ member]
-    runner.numbers += probes
-    found_by.append(runner.derived(scaled)[:, 1:] @ member)
-    estimates = [contributions.lengths(*np.concatenate(found_by[:n], 1)) for n in (1, 2)]
+    derived = runner.derived(scaled)[:, 1:] @ member  # (2, probes, rows)
+    probes = derived.shape[1]
+    estimates = {n: contributions.lengths(*derived[:, :n]) for n in (probes // 2, probes)}
     shown = np.array([pair.gradient for pair in found.pairs])
     order = np.random.default_rng(0).permutation(len(shown))
-    first = {*np.argsort(-shown)[:FIRST].tolist(), *np.argsort(-estimates[0])[:FIRST].tolist()}
+    first = {*np.argsort(-shown)[:FIRST].tolist(), *np.argsort(-estimates[probes])[:FIRST].tolist()}
     order = np.array([*first, *(i for i in order if i not in first)])
     alone, begun = [], time.monotonic()
     for i in order:
@@ -133,7 +132,7 @@ def held_against(
         alone.append(measure.pair(member[:, i]).gradient)
     order, exact = order[: len(alone)], np.array(alone)
     figures: Row = {"checked": len(alone)}
-    for count, each in zip((probes, 2 * probes), estimates, strict=True):
+    for count, each in estimates.items():
         seen = each[order] > 0
         estimated, measured = each[order][seen], exact[seen]
         figures[f"rank_{count}"] = float(spearmanr(estimated, measured).statistic)

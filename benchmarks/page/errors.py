@@ -8,7 +8,7 @@ from benchmarks.page.tables import shown, table
 NOTE = """
 Models at small sizes, and a larger GPT. Each operation that rounds was measured or, in the larger
 GPT, a sample of these: the error of the gradient with it alone in 16 bits. *rank* is the rank
-correlation of these errors with the estimates by 8 and by 16 random vectors; *ten largest* the
+correlation of these errors with the estimates by 4 and by 8 random vectors; *ten largest* the
 largest factor between the two among the ten largest errors. *as shown* is that factor for the
 first ten rows of the report, which measures them. *adds up* is what the report says: whether the
 estimates explain the error. *beside compare* is the measured error of all together, relative to
@@ -22,18 +22,18 @@ parts hand on is kept for all vectors, and beside it lie its cotangents and one 
 FIGURES = {
     "rows": "{}",
     "error": "{:.2%}",
+    "rank_4": "{:.3f}",
     "rank_8": "{:.3f}",
-    "rank_16": "{:.3f}",
+    "factor_4": "{:.2f}x",
     "factor_8": "{:.2f}x",
-    "factor_16": "{:.2f}x",
     "shown": "{:.2f}x",
     "to_compare": "{:.3f}x",
     "gradients": "{:.0f}",
     "memory": "{:.1f}x",
 }
 HEAD = (
-    *("model", "policy", "adds up", "rows", "error", "rank, 8", "rank, 16", "ten largest, 8"),
-    *("ten largest, 16", "as shown", "beside compare", "time", "memory"),
+    *("model", "policy", "adds up", "rows", "error", "rank, 4", "rank, 8", "ten largest, 4"),
+    *("ten largest, 8", "as shown", "beside compare", "time", "memory"),
 )
 
 

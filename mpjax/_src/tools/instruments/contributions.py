@@ -8,12 +8,12 @@ u u^T is the identity. The relative standard error of that square is at most sqr
 
 Each u . J_i d_i is a sum over the numbers of the place's array. If their roundings do not
 correlate, the sum of the squares of its terms has the same mean and far less noise, because the
-terms are many. That is the estimate, unless the square of the sum, which assumes nothing, differs
-from it by three standard errors.
+terms are many. The estimate is the mean of both, weighted by the noise of the one and by the bias
+of the other, which is what they differ by beyond that noise.
 
 Sources: adjoint error estimates (Vassiliadis et al., Towards automatic significance analysis,
-CGO 2016; Menon et al., ADAPT, SC 2018; Singh et al., CHEF-FP, IPDPS 2023), and traces by random
-signs (Hutchinson, 1989).
+CGO 2016; Menon et al., ADAPT, SC 2018; Singh et al., CHEF-FP, IPDPS 2023), traces by random signs
+(Hutchinson, 1989), and estimates shrunk to another one (James and Stein, 1961).
 """
 
 import itertools
@@ -41,9 +41,6 @@ LARGEST, KINKS = 10, 32
 
 # What is not seen to first order is measured one by one from this share of the whole error on.
 SMALL = 2.0**-7
-
-# Roundings of an array correlate where two estimates differ by more than so many standard errors.
-SURE = 3.0
 
 # Errors at least as large count as infinite: those of what overflows.
 INFINITE = 1e12
@@ -262,8 +259,10 @@ def contributions(
 def lengths(sums: np.ndarray, squares: np.ndarray) -> np.ndarray:
     """Returns the lengths |J_i d_i| of groups by `Runner.derived`: ``(probes, groups)`` each."""
     whole, apart = (sums**2).mean(0), squares.mean(0)
-    correlates = np.abs(whole - apart) > SURE * (2 / len(sums)) ** 0.5 * apart
-    return np.sqrt(np.where(correlates, whole, apart))
+    noise = 2 / len(sums) * apart**2
+    bias = np.maximum((whole - apart) ** 2 - noise, 0)
+    share = bias / np.maximum(bias + noise, np.finfo(float).tiny)
+    return np.sqrt(share * whole + (1 - share) * apart)
 
 
 def _alone(

@@ -294,7 +294,9 @@ def explain(
     m_i at 0 is the operation's contribution to first order, the vector ``J_i d_i``. For a vector u
     of random signs, one reverse pass gives ``u . J_i d_i`` for all operations at once, and the mean
     of its square over ``probes`` vectors estimates the square of that vector's norm, with a
-    relative standard error of sqrt(2 / probes). The ten largest, and those that the first order
+    relative standard error of sqrt(2 / probes). As far as the data do not contradict that the
+    roundings within an array are independent, the sum of the squares of the product's terms takes
+    its place, with less noise. The ten largest, and those that the first order
     does not see (a comparison, a kernel without a derivative, an overflow), are then measured: one
     run each of the same compiled program. Its sources are adjoint error estimates (ADAPT, SC 2018;
     CHEF-FP, IPDPS 2023) and Hutchinson's estimate of a trace (1989).
@@ -313,7 +315,7 @@ def explain(
             arguments must be concrete arrays, and a function that returns a loss is differentiated
             by its first argument if ``argnums`` is None. ``argnums=()`` is the forward pass alone.
         probes: The number of random vectors, for ``errors``. 8 take the time of about 30 gradients,
-            on a CPU more where arrays are small.
+            on a CPU more where arrays are small; 4, which rank operations nearly as well, half.
         parameters: For ``errors``, a pattern of the parameters whose gradients count, such as
             ``"blocks/3/*"``, as in overrides; None for all.
         loss_scale: For ``errors``, the loss scale, as for `compare`.
