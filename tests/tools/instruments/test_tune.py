@@ -279,7 +279,6 @@ class TestUnmet:
         assert f"that an override can move, the error is {told.remaining:.3g}." in text
         assert f"float32, relative to float64, is {told.float32_error:.3g}." in text
 
-    @pytest.mark.thorough
     def test_what_rounds_with_all_parts_in_float32_is_named(self, monkeypatch):
         monkeypatch.setattr(rounding, "SMALL", 1)
 

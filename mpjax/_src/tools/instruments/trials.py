@@ -128,11 +128,17 @@ class Trial:
         program = self._make(policy=self._float32)
         if arrays is not None:
             program = dataclasses.replace(program, arrays=arrays)
-        return self._named(program.at(self.scale))
+        if program.traced.as_written:
+            return self._named(program.at(self.scale))
+        # A region asks for 16 bits under this policy too.
+        rounding = self._rounding(self._float32)
+        return self._by_mask(rounding, self._own(rounding), program)
 
-    def _by_mask(self, rounding: Rounding, mask: np.ndarray) -> dict[str, jax.Array]:
+    def _by_mask(
+        self, rounding: Rounding, mask: np.ndarray, program: Program | None = None
+    ) -> dict[str, jax.Array]:
         self._count()
-        outs = rounding.at(self.program.inputs(self.scale), mask.astype(float))
+        outs = rounding.at((program or self.program).inputs(self.scale), mask.astype(float))
         return self._named(zip(rounding.names, outs, strict=True))
 
     def masked(self, moved: frozenset[int]) -> tuple[dict[str, float], list[np.ndarray]]:
