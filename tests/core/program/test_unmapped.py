@@ -61,6 +61,13 @@ def test_unmapped_values_and_gradients_equal_those_of_shard_map(rng, check_vma):
             assert unmapped(eqn) is not None
 
 
+def test_numbers_in_a_shard_map_bring_no_mesh():
+    loss = mapped(lambda x: lax.pmean(jnp.sum(jax.nn.relu(x)), "data"), P("data"), P())
+    (eqn,) = (e for e in jax.make_jaxpr(loss)(jnp.ones(8)).eqns if e.primitive.name == "shard_map")
+    avals = [v.aval for e in unmapped(eqn).jaxpr.eqns for v in e.outvars]
+    assert len(avals) > 2 and all(aval.sharding.mesh.empty for aval in avals)
+
+
 SPECS = [
     (P(("data", "model")), P(("data", "model"))),
     (P(("model", "data")), P(None, ("data", "model"))),

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax._src.core.base import _jax
 from mpjax._src.core.base.higher_order import CALL, MAP, higher_order
@@ -108,7 +109,10 @@ def _evaluate(jaxpr: Any, *args: Any) -> list[Any]:
     env = dict(zip((*inner.constvars, *inner.invars), (*consts, *args), strict=True))
 
     def read(atom):
-        return atom.val if isinstance(atom, _jax.Literal) else env[atom]
+        if not isinstance(atom, _jax.Literal):
+            return env[atom]
+        # The type that JAX keeps with a number has the mesh of the shard_map.
+        return np.asarray(atom.val) if hasattr(atom.val, "dtype") else atom.val
 
     for eqn in inner.eqns:
         with _jax.location(eqn, eqn.source_info.name_stack), _no_mesh():
