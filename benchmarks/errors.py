@@ -6,7 +6,7 @@ Each model runs at its small size, and a GPT of three layers at a larger one. Ro
 by one: the error of the gradient with one operation alone in 16 bits. The largest estimates are,
 and the others in random order as long as there is time: all of them, in most models. Figures:
 
-- ``rows``, and how many of them are ``checked``
+- ``rows``, and how many of them are ``checked`` and have an estimate, ``estimated``
 - ``error``, that of the gradient; ``to_compare``, the errors of the results relative to those that
   `compare` finds (the median)
 - ``rank_4``, ``rank_8``: the rank correlation of measurements with the estimates by 4 and by 8
@@ -131,7 +131,10 @@ def held_against(
             break
         alone.append(measure.pair(member[:, i]).gradient)
     order, exact = order[: len(alone)], np.array(alone)
-    figures: Row = {"checked": len(alone)}
+    figures: Row = {
+        "checked": len(alone),
+        "estimated": int((estimates[probes][order] > 0).sum()),
+    }
     for count, each in estimates.items():
         seen = each[order] > 0
         estimated, measured = each[order][seen], exact[seen]
