@@ -149,7 +149,7 @@ def calibrated():
     tuning = tuned(("up/w", "down"))
     return mpjax.reports.Calibration(
         *(tuning.policy, tuning.met, float("inf"), tuning.error, 0.003, tuning.results),
-        *(parts, "h100", 2, tuning),
+        *(parts, "h100", 2, tuning, 3e-6),
     )
 
 
