@@ -240,14 +240,15 @@ def contributions(
     exact, unseen, surprising = _alone(measured, np.where(finite, sizes, 0), hidden, total)
     estimates = np.where(finite, sizes, math.inf).T.tolist()
     pairs = [exact.get(i) or Pair(*each) for i, each in enumerate(estimates)]
-    summed, apart = (x[:, finite].sum(1) for x in (derived, squares))
+    summed, apart = derived[:, finite].sum(1), (sizes[1, finite] ** 2).sum()
+    together = weighted((summed[1:] ** 2).mean(), apart, len(summed) - 1)
     by_size = np.abs(np.nan_to_num(by_entry[0])).max(0)
     firsts = [np.flatnonzero(column)[np.argmax(by_size[column > 0])] for column in member.T]
     return Contributions(
         pairs=pairs,
         measured=[i in exact for i in range(len(pairs))],
         worst=[runner.entries[i].turns for i in firsts],
-        first_order=Pair(abs(float(summed[0])), float(lengths(summed[1:], apart[1:]))),
+        first_order=Pair(abs(float(summed[0])), float(np.sqrt(together))),
         squares=Pair(*np.sqrt((np.reshape(pairs, (-1, 2)) ** 2).sum(0)).tolist()),
         total=total,
         unseen=unseen,
@@ -257,12 +258,16 @@ def contributions(
 
 
 def lengths(sums: np.ndarray, squares: np.ndarray) -> np.ndarray:
-    """Returns the lengths |J_i d_i| by what `Runner.derived` returns of places: of each probe."""
-    whole, apart = (sums**2).mean(0), squares.mean(0)
-    noise = 2 / len(sums) * apart**2
+    """Returns the lengths |J_i d_i| of groups by `Runner.derived`: ``(probes, groups)`` each."""
+    return np.sqrt(weighted((sums**2).mean(0), squares.mean(0), len(sums)))
+
+
+def weighted(whole: Any, apart: Any, probes: int) -> Any:
+    """Returns a square, by an estimate with noise, and one that is biased if terms correlate."""
+    noise = 2 / probes * apart**2
     bias = np.maximum((whole - apart) ** 2 - noise, 0)
     share = bias / np.maximum(bias + noise, np.finfo(float).tiny)
-    return np.sqrt(share * whole + (1 - share) * apart)
+    return share * whole + (1 - share) * apart
 
 
 def _alone(
