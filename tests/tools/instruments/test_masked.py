@@ -14,6 +14,7 @@ from mpjax._src.core.policy.grammar import get_policy
 from mpjax._src.core.program.interpret import Wide, interpret, root_of
 from mpjax._src.tools.instruments.masked import (
     _kept,
+    _sum_of_squares,
     evaluate,
     has_derivative,
     hidden,
@@ -291,3 +292,15 @@ def test_what_an_operation_reads_in_16_bits_has_an_entry_of_its_own():
     mask[[step.reading for step in reading]] = 1
     planned = program.compiled(*program.inputs(1.0))
     assert 0 < distance(run_at(program, block, mask), exact) < 2 * distance(planned, exact)
+
+
+def test_squares_of_many_numbers_are_those_of_a_part_of_all_columns(monkeypatch):
+    numbers = fresh_rng()
+    error = jnp.asarray(numbers.normal(size=(300, 14)) * np.arange(14), jnp.float32)
+    cotangent = jnp.asarray(numbers.normal(size=error.shape), jnp.float32)
+    _, (whole, squares), _ = _sum_of_squares(error, cotangent)
+    np.testing.assert_allclose(squares, np.sum(np.square(cotangent * error)), rtol=1e-5)
+    monkeypatch.setattr("mpjax._src.tools.instruments.masked.MANY", 100)
+    _, (again, part), _ = _sum_of_squares(error, cotangent)
+    assert again == whole and part != squares
+    np.testing.assert_allclose(part, squares, rtol=0.4)

@@ -47,6 +47,9 @@ from mpjax._src.core.program.unmapped import unmapped
 # The error of what overflows: finite, because 0 times infinity is NaN, and beyond all that is not.
 OVERFLOW = 1e36
 
+# Of arrays with more numbers, the squares of one of 7 count, or of 11 and so on.
+MANY, STEPS = 2**17, (7, 11, 13, 17)
+
 KERNELS = NARROW - {BITS}  # take other operands in float32
 CODES = {code.dtype for code in KINDS.values()}
 
@@ -542,8 +545,11 @@ def _squared(x: Any, entry: Any, error: Any) -> Any:
 
 
 def _sum_of_squares(error: Any, cotangent: Any) -> Any:
-    terms = cotangent * error
-    return cotangent, jnp.stack([terms.sum(), (terms**2).sum()]), jnp.zeros_like(error)
+    # Of many numbers a part says enough, in far less time: one of so many, of all columns.
+    step = 1 if error.size <= MANY else next(n for n in STEPS if error.shape[-1] % n)
+    some = cotangent.ravel()[::step] * error.ravel()[::step]
+    squares = (some**2).sum() * (error.size / max(some.size, 1))
+    return cotangent, jnp.stack([(cotangent * error).sum(), squares]), jnp.zeros_like(error)
 
 
 _squared.defvjp(lambda x, entry, error: (_squared(x, entry, error), error), _sum_of_squares)
