@@ -546,7 +546,7 @@ def _squared(x: Any, entry: Any, error: Any) -> Any:
 
 def _sum_of_squares(error: Any, cotangent: Any) -> Any:
     # Of many numbers a part says enough, in far less time: one of so many, of all columns.
-    step = 1 if error.size <= MANY else next(n for n in STEPS if error.shape[-1] % n)
+    step = 1 if error.size <= MANY else next((n for n in STEPS if error.shape[-1] % n), 1)
     some = cotangent.ravel()[::step] * error.ravel()[::step]
     squares = (some**2).sum() * (error.size / max(some.size, 1))
     return cotangent, jnp.stack([(cotangent * error).sum(), squares]), jnp.zeros_like(error)
