@@ -18,7 +18,6 @@ computed again for it; on CPUs, roundings of small arrays take longer than their
 At small sizes it depends on what else the machine does: only the larger GPT says what to expect.
 *memory*, beside the arguments, is relative to that gradient's without `jax.checkpoint`: what the
 parts hand on is kept for all vectors, and beside it lie its cotangents and one part's own values.
-Above 4x is the neural ODE alone, whose gradient takes 8 KB.
 """
 FIGURES = {
     "rows": "{}",
@@ -50,4 +49,6 @@ def section(stored: dict[str, Any], causes: dict[str, Any]) -> str:
         for case, found in stored["cases"].items()
         for policy, row in found.items()
     ]
-    return f"{NOTE[1:]}\n{table(HEAD, rows, 3)}"
+    large = {row[0] for row in rows if float(row[-1][:-1]) > 4}
+    above = f"Above 4x: {', '.join(sorted(large))}.\n" * bool(large)
+    return f"{NOTE[1:]}{above}\n{table(HEAD, rows, 3)}"

@@ -354,6 +354,15 @@ def _widened(wide: Any, program: Any) -> Any:
     return inner
 
 
+def typed(arrays: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
+    """Returns arrays, floating ones in the dtypes that a program has."""
+    dtypes = [dtype_of(atom.aval) for atom in atoms]
+    return [
+        x if dtype_of(x) in (to, None) or not is_float(x) else x.astype(to)
+        for x, to in zip(arrays, dtypes, strict=True)
+    ]
+
+
 def widen(x: Any, wide: Any = FLOAT32) -> Any:
     """Returns an array of a narrower dtype as one of a wide dtype, and anything else as it is."""
     to = WIDER[wide].get(dtype_of(x))

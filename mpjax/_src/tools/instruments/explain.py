@@ -314,8 +314,8 @@ def explain(
         errors: Whether to report where the error comes from, in ``report.errors``. Then the
             arguments must be concrete arrays, and a function that returns a loss is differentiated
             by its first argument if ``argnums`` is None. ``argnums=()`` is the forward pass alone.
-        probes: The number of random vectors, for ``errors``. 8 take the time of about 30 gradients,
-            on a CPU more where arrays are small; 4, which rank operations nearly as well, half.
+        probes: The number of random vectors, for ``errors``. 8 take the time of about 35 gradients,
+            on a CPU more where arrays are small; 4 rank operations nearly as well, in about half.
         parameters: For ``errors``, a pattern of the parameters whose gradients count, such as
             ``"blocks/3/*"``, as in overrides; None for all.
         loss_scale: For ``errors``, the loss scale, as for `compare`.

@@ -39,6 +39,7 @@ from mpjax._src.core.program.interpret import (
     is_precise,
     run,
     run_in,
+    typed,
     widen,
 )
 from mpjax._src.core.program.site import Site, equations
@@ -494,7 +495,7 @@ def _again(block: Block, part: Segment, masks: Masks, read: dict[int, Any]) -> d
 
 def _read(step: Step, ins: list[Any], entry: Any) -> list[Any]:
     """Returns operands as a step reads them: in 16 bits, or as they are."""
-    rounded = map(_kept, _typed(step, ins))
+    rounded = map(_kept, typed(ins, step.eqn.invars))
     return [jnp.where(entry > 0, r, x) for r, x in zip(rounded, ins, strict=True)]
 
 
@@ -517,7 +518,9 @@ def _step(step: Step, ins: list[Any], masks: Masks, entry: Any) -> list[Any]:
     if step.blocks:
         return EVALUATE[higher_order(step.eqn.primitive.name).kind](step, ins, masks)
     if entry is None:
-        return run_in(FLOAT32, step.eqn, ins) or [*map(widen, run(step.eqn, _typed(step, ins)))]
+        return run_in(FLOAT32, step.eqn, ins) or [
+            *map(widen, run(step.eqn, typed(ins, step.eqn.invars)))
+        ]
     exact, got, local = _rounded(step, ins)
     if exact is None:
         exact = local = [*map(widen, got)]
@@ -570,16 +573,10 @@ def _rounded(step: Step, ins: list[Any]) -> tuple[Any, list[Any], Any]:
     if once and exact is not None:
         got = [x.astype(v.aval.dtype) for x, v in zip(exact, eqn.outvars, strict=True)]
         return exact, got, exact
-    typed = _typed(step, jax.lax.stop_gradient(ins))
-    got = run(eqn, typed)
-    local = got if exact is None else run_in(FLOAT32, eqn, typed)
+    narrow = typed(jax.lax.stop_gradient(ins), eqn.invars)
+    got = run(eqn, narrow)
+    local = got if exact is None else run_in(FLOAT32, eqn, narrow)
     return exact, got, local
-
-
-def _typed(step: Step, ins: list[Any]) -> list[Any]:
-    """Returns operands in the dtypes that the program has."""
-    dtypes = [dtype_of(v.aval) for v in step.eqn.invars]
-    return [x.astype(d) if is_float(x) else x for x, d in zip(ins, dtypes, strict=True)]
 
 
 def _scan(step: Step, ins: list[Any], masks: Masks) -> list[Any]:

@@ -29,7 +29,7 @@ from mpjax._src.core.base.lines import where
 from mpjax._src.core.base.public import public
 from mpjax._src.core.base.rules import MOVE, rule_of
 from mpjax._src.core.program import interpret
-from mpjax._src.core.program.interpret import WIDER, handling, run, run_in, take, widen
+from mpjax._src.core.program.interpret import WIDER, handling, run, run_in, take, typed, widen
 from mpjax._src.core.program.site import Site, shown
 from mpjax._src.tools.instruments.ranges import is_small
 from mpjax._src.tools.instruments.rows import signature_of, turns_of
@@ -509,14 +509,14 @@ class Healed(interpret.Wide):
         wider = any(dtype_of(v.aval) != dtype_of(x) for v, x in zip(eqn.invars, ins, strict=True))
         with handling(self.wide):
             outs = run_in(self.wide, eqn, ins) if heals or wider else None
-            written = _typed(ins, eqn.invars)
+            written = typed(ins, eqn.invars)
         if outs is None:  # as it is written; also if it has no wide form
             outs = run(eqn, written)
         name = eqn.primitive.name
         if heals or rule_of(name).need == MOVE or name in CHOOSES:
             return outs
         with handling(self.wide):
-            return _typed(outs, eqn.outvars)
+            return typed(outs, eqn.outvars)
 
     def constant(self, array: Any) -> Any:
         return array
@@ -535,12 +535,3 @@ def run_healed(
 ) -> list[Any]:
     """Returns the results of a program in which some lines return a wide dtype."""
     return interpret.interpret(jaxpr, list(arrays), Healed(heals, wide))
-
-
-def _typed(arrays: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
-    """Returns arrays in the dtypes that the program has."""
-    dtypes = [dtype_of(atom.aval) for atom in atoms]
-    return [
-        x if dtype_of(x) in (to, None) or not is_float(x) else x.astype(to)
-        for x, to in zip(arrays, dtypes, strict=True)
-    ]
